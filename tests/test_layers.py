@@ -39,7 +39,7 @@ ORDER = (
     "checkpoints", "training.unlogged", "training.aten", "training.halved", "training.traced", "training.functions", "api",
     "training.guarded_cache", "training.bits", "training.elements", "training.plan", "training.library", "training.composed", "training.embeddings", "training.expected", "training.precompile",
     "training.layer", "training.report", "training.sharding", "training.whole", "training.parted", "training.chain", "training.site", "training.again", "training.linear", "training.modules", "training.quantized", "training.selected", "training.fp8", "training.float8", "training.cross_entropy", "training.attached", "training.experts", "training.expert_modules", "training.moe", "training.operations", "nn",
-    "training.regions", "training.rewrite", "training.wrapper", "training.convolutions", "training.stacked", "training.joint",
+    "training.regions", "training.rewrite", "training.behind", "training.looped", "training.wrapper", "training.convolutions", "training.stacked", "training.joint",
     "training.backend", "training.views", "training.deferred", "training.weight_only", "training.programs", "training.rehearse", "training.straight", "training.flat", "training.fuse",
     "commands.show", "commands.types", "commands.db", "commands.derivation", "commands.compile", "commands.explain", "commands.info", "commands.live", "commands.tune",
     "cli", "__main__",

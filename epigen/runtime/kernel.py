@@ -393,7 +393,7 @@ class Kernel:
         """After a call with these: a function for calls whose tensors are known to be alike, as `fast_call.bound` has it; None where there is none, or none yet.
 
         Of a call of `over` the product is the first of the inputs. The function takes them in the order in which they are given here."""
-        kernel = self if operands else self._over
+        kernel = self._over if not operands else self._grouped if GROUPS in inputs and GROUPS not in self._inputs else self
         known = kernel._calls.get(_key(operands, inputs, {}))
         if known is None:
             return None

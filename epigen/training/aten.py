@@ -28,7 +28,8 @@ from epigen.errors import EpigenError
 from epigen.ir.graph import Graph
 from epigen.ir.program import graph_of
 from epigen.ir.recognise import recognised
-from epigen.ir.unparse import unparse
+from epigen.ir.unparse import program_of
+from epigen.lang.syntax import HALVES, Call, Program, to_text
 
 # the last value is NaN, where torch has no gradient
 _AT_LEAST = "where(x >= y, x, where(x < y, y, detach(maximum(x, y))))"
@@ -95,13 +96,15 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value of the region. text: a name that the program binds, or a number. roles: of each dimension. packed: torch has it as a mask of one bit an element."""
+    """A value of the region. text: a name that the program binds, or a number. roles: of each dimension. packed: torch has it as a mask of one bit an element.
+    joined: of both parts of its columns, which are those of one and of another value, the texts; it is a result, and nothing is computed of it."""
 
     text: str
     roles: tuple[Role, ...] = ()
     boolean: bool = False
     reduced: bool = False
     packed: bool = False
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """text: the program, in canonical form. leaves: its inputs in its order. outputs: the indices of each. roles: what the dimensions run along that torch has of it."""
+    """text: the program, in canonical form. graph: of the parts of results that it joins. leaves: its inputs in its order. outputs: the indices of each. roles: what the dimensions run along that torch has of it."""
 
     text: str
     graph: Graph
@@ -191,11 +194,18 @@ def _name_of(target: Any) -> str:
 _VIEWS = frozenset("view reshape _unsafe_view unsqueeze squeeze expand flatten unflatten permute t transpose".split())
 
 
+def chooses(node: fx.Node) -> bool:
+    """Whether an element of what a node gives may be one of its arguments' whatever the others are, undefined too."""
+    texts = (_UNDERIVED.get(rule.text, rule.text) for rule in _rules().get(name_of(node), ()))
+    return name_of(node) == WHERE_BITS or any("where(" in text or "drelu(" in text for text in texts)
+
+
 def is_view(node: fx.Node) -> bool:
     return name_of(node) in _VIEWS
 
 
-def _moves(node: fx.Node) -> bool:
+def moves(node: fx.Node) -> bool:
+    """Whether a view changes the order of dimensions."""
     return name_of(node) in ("permute", "t", "transpose")
 
 
@@ -214,6 +224,7 @@ class Importer:
     are to be called, by node. reductions: over what there may be any: "m", "n" or "mn". over: nodes before the product that the program computes as well, where they are in the language, instead of reading them.
     moving: whether rows and columns of what is computed may change places, as `Imported.roles` then says. derived: whether the program's derivative is to be that
     of the graph, so that what is detached there stays so. casts: whether casts between floats stay, by which eager rounding goes; else all between is fp32. constants: nodes that neither the product nor any input has part in, taken over as those of `over` are.
+    joining: whether results may be two tiles beside one another.
     """
 
     def __init__(
@@ -228,6 +239,7 @@ class Importer:
         batch: tuple[int, int] | None = None,
         casts: bool = False,
         constants: Collection[fx.Node] = (),
+        joining: bool = False,
     ):
         self.batched = batch is not None
         count, self.rows = batch or (1, math.prod(frame[:-1]))
@@ -239,6 +251,7 @@ class Importer:
         self.leaves: dict[str, Leaf] = {}
         self.known: dict[fx.Node, Value | tuple[Value, ...]] = {product: Value("mm", self.frame_roles)}
         self.reductions = reductions
+        self.joining = joining
         self.over, self.constants, self.moving, self.derived, self.casts = {*over, *constants}, set(constants), moving, derived, casts
         self.around = self.frame_roles  # what the arguments of a node are broadcast to, of which none is known
         self.naming = names or (lambda node: node.name)
@@ -262,15 +275,15 @@ class Importer:
             value = self.taken_over(arg, around)
         if isinstance(value, tuple):
             raise Unknown(node, f"it takes all results of {name_of(arg)}")
-        if value is not None and value.packed:
-            raise Unknown(node, "it reads the bytes of a mask")
+        if value is not None and (value.packed or value.joined):
+            raise Unknown(node, "it reads the bytes of a mask" if value.packed else "it reads two tiles that are joined")
         return self.leaf(arg, node, around) if value is None else value
 
     def taken_over(self, arg: fx.Node, around: tuple[Role, ...]) -> Value | None:
         """A value from before the product, computed in the program; None where it is not in the language."""
         before, self.around = self.around, around
         try:
-            if is_view(arg) and not _moves(arg):
+            if is_view(arg) and not moves(arg):
                 aligned = _aligned(tuple(arg.meta["val"].shape), around)
                 source = None if aligned is None else _reshaped(aligned, tuple(arg.all_input_nodes[0].meta["val"].shape))
                 if aligned is None or source is None:
@@ -427,6 +440,8 @@ class Importer:
         if name == "detach" and self.derived:
             x = self.value(node.args[0], node)
             return x if x.boolean else self.bind(f"detach({x.text})", x.roles, False, x.reduced)
+        if any(isinstance(value := self.known.get(s), Value) and value.joined for s in node.all_input_nodes):
+            return self.of_parts(node, name)
         if name in SAME:
             return self.cast(node)
         if is_view(node):
@@ -445,6 +460,8 @@ class Importer:
             return self.triangle(node, name)
         if name == "gather":
             return self.gathered(node)
+        if name == "cat" and self.joining:
+            return self.together(node)
         if name in ("zeros_like", "ones_like", "full_like"):
             x = self.value(node.args[0], node)
             return Value("0" if name == "zeros_like" else "1" if name == "ones_like" else _number(float(node.args[1]), node), x.roles)  # type: ignore[arg-type]
@@ -483,6 +500,37 @@ class Importer:
             raise Unknown(node, "it gathers something else than one column of each row of a tile")
         column = self.value(index, node, (*x.roles[:-1], None))
         return self.bind(f"sum(where(n == {column.text}, {x.text}, 0), n)", (*x.roles[:-1], None), False, True)
+
+    def together(self, node: fx.Node) -> Value:
+        """Two tiles beside one another."""
+        several: Any = node.args[0]
+        known = [self.known.get(x) for x in several]
+        tiles = [
+            x for x in known if isinstance(x, Value) and not (x.packed or x.reduced or x.boolean or x.joined) and self.whole(x.roles) and in_order(x.roles)
+        ]
+        if len(known) == len(tiles) == 2 and len(tiles[0].roles) == len(tiles[1].roles) and all(map(_compatible, tiles[0].roles, tiles[1].roles)):
+            *rows, columns = tiles[0].roles
+            if columns is not None and columns[0] == "n" and named_arguments(node).get("dim", 0) in (-1, len(rows)):
+                return Value("", (*rows, ("n", 2 * columns[1], 1)), joined=(tiles[0].text, tiles[1].text))
+        raise Unknown(node, "it joins something else than two tiles beside one another")
+
+    def of_parts(self, node: fx.Node, name: str) -> Value:
+        """What is computed of two tiles that are joined, and of what all columns share: the same of each."""
+        if not (name in SAME or name in _rules()):
+            raise Unknown(node, "it reads two tiles that are joined")
+        whole = {s: x for s in node.all_input_nodes if isinstance(x := self.known.get(s), Value) and x.joined}
+        roles = next(iter(whole.values())).roles
+        texts = []
+        for place in range(2):
+            self.known |= {s: Value(x.joined[place], (*x.roles[:-1], ("n", self.extents["n"], 1))) for s, x in whole.items()}
+            try:
+                part = self.cast(node) if name in SAME else self.apply(node, name)
+            finally:
+                self.known |= whole
+            if part.boolean or not self.whole(part.roles):
+                raise Unknown(node, "it is a condition of two tiles that are joined")
+            texts.append(part.text)
+        return Value("", roles, joined=tuple(texts))
 
     # -- packed masks
 
@@ -598,7 +646,7 @@ class Importer:
         """A view that keeps rows and columns what they are."""
         x = self.value(node.args[0], node)
         shape = tuple(node.meta["val"].shape)
-        roles = _moved(x.roles, node) if _moves(node) and self.moving else None if _moves(node) else _reshaped(x.roles, shape)
+        roles = _moved(x.roles, node) if moves(node) and self.moving else None if moves(node) else _reshaped(x.roles, shape)
         if roles is None:
             what = "repeats elements" if name_of(node) == "expand" else f"moves elements between {'products, ' if self.batched else ''}rows and columns"
             raise Unknown(node, f"{name_of(node)} to {list(shape)} {what}")
@@ -651,7 +699,8 @@ class Importer:
 
     def program(self, outputs: Iterable[fx.Node], operands: torch.dtype) -> Imported:
         """The program with these outputs, each in the dtype that torch gives it, booleans as int8. operands: their dtype. Raises Unknown, ParseError, CheckError."""
-        listed = []
+        listed: list[str] = []
+        joined = set[int]()
         lines = list(self.lines)
         results = list(outputs)
         for position, node in enumerate(results):
@@ -659,18 +708,21 @@ class Importer:
             if not isinstance(value, Value):
                 raise Unknown(node, "it is a result, and not computed of the product", "return it as it is, outside of the epilogue")
             text = f"bitmask({value.text})" if value.packed else f"cast(where({value.text}, 1, 0), int8)" if value.boolean else value.text
+            texts = list(value.joined) or [text]
             if not value.packed and dtype not in (torch.bool, torch.float32 if value.reduced and operands != torch.float64 else operands):
                 if not dtype.is_floating_point or str(dtype) not in BY_TORCH:
                     raise Unknown(node, f"its result is {dtype}", "cast it to a float outside of the epilogue")
-                text = f"cast({text}, {BY_TORCH[str(dtype)].name})"
-            listed.append("out" if len(results) == 1 else f"out{position}")
-            lines.append(f"{listed[-1]} = {text}")
+                texts = [f"cast({text}, {BY_TORCH[str(dtype)].name})" for text in texts]
+            named = "out" if len(results) == 1 else f"out{position}"
+            joined |= {len(listed)} if value.joined else set()
+            listed += [f"{named}_first", f"{named}_second"] if value.joined else [named]
+            lines += [f"{name} = {text}" for name, text in zip(listed[-len(texts) :], texts, strict=True)]
         written = _used(lines, listed)
         graph = graph_of("; ".join([*written, ", ".join(listed)]))
-        graph = graph_of(unparse(recognised(_unlabelled(graph))))
+        graph = graph_of(text := _with_joined(program_of(recognised(_unlabelled(graph))), joined))
         leaves = tuple(self.leaves[n.name] for n in graph.inputs())
         roles = tuple(value.roles for node in results if isinstance(value := self.known[node], Value))
-        return Imported(graph.text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs), roles)
+        return Imported(text, graph, leaves, tuple(graph.nodes[o.node].indices for o in graph.outputs), roles)
 
 
 _WORD = re.compile(r"v\d+_")
@@ -686,6 +738,14 @@ def _used(lines: Sequence[str], outputs: Sequence[str]) -> list[str]:
             needed |= set(_WORD.findall(text))
             kept.append(line)
     return kept[::-1]
+
+
+def _with_joined(program: Program, firsts: Collection[int]) -> str:
+    """The text of a program of parts, with those outputs joined to the ones behind them. firsts: their places."""
+    outputs = list(program.outputs)
+    for place in sorted(firsts, reverse=True):
+        outputs[place : place + 2] = [Call(HALVES, (outputs[place], outputs[place + 1]), outputs[place].span)]
+    return to_text(replace(program, outputs=tuple(outputs)))
 
 
 def _unlabelled(graph: Graph) -> Graph:

@@ -25,9 +25,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from epigen import __version__, api, settings
 from epigen.db.lookup import Index
 from epigen.errors import CallError
-from epigen.training import aten, convolutions, elements, joint, regions, rewrite, stacked, whole, wrapper
+from epigen.ir.graph import OPERANDS
+from epigen.training import aten, behind, convolutions, elements, joint, looped, regions, rewrite, stacked, whole, wrapper
+from epigen.training.aten import Leaf
 from epigen.training.expected import UNTUNED, Terms
-from epigen.training.regions import Left, Product, Region
+from epigen.training.regions import Left, Levels, Product, Region
 from epigen.training.report import Call, GraphSeen, Lying, Record, Seen, in_graph, record_of
 
 OWN = ("rest", "tune", "report")
@@ -147,6 +149,7 @@ class Packing(Pass):
         joint.keep_compared(graph)
         terms = Terms(self.tune)
         joint.part_stacked(graph, terms)
+        behind.mark(graph)
         joint.keep_bits(graph, terms)
         if self.tune is None:  # else it would be tuned for, which takes seconds a program
             joint.compile_ahead(graph, terms)
@@ -216,13 +219,14 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
     """Put programs in the places of products and of what follows them. Returns what was done with each product."""
     seen: dict[fx.Node, list[Seen]] = {}
     standing, apart = convolutions.as_products(graph)
+    loops = looped.as_products(graph)
     parted = stacked.as_products(graph)
     left = {node: list(several) for node, several in itertools.groupby(apart, lambda each: each.node)}
     levels = regions.levels_of(graph)
     wholes, other_half = {each.original for each in parted}, {made: other for each in parted for made, other in (each.made, each.made[::-1])}
     nodes = [node for node in regions.products(graph) if node not in wholes]
     regions.compile_ahead(nodes, levels, terms)
-    hints, together = {node: _hints(node) for node in nodes}, dict[fx.Node, Seen]()
+    hints, together = {node: _hints(node) for node in (*nodes, *wholes)}, dict[fx.Node, Seen]()
     for node in sorted([*nodes, *left]):
         if node in left:
             seen[node] = [Seen(_hinted(each.shape), str(each.dtype), "", each.why, False, False, None) for each in left[node]]
@@ -230,30 +234,41 @@ def fuse(graph: fx.Graph, terms: Terms = UNTUNED) -> list[Seen]:
         if node in together:
             seen[node] = [together[node]]
             continue
-        product = regions.product_of(node)  # whose operands may be results of the programs before it
-        outcome = Left(product) if isinstance(product, str) else regions.region_of(product, levels, terms)
-        if isinstance(outcome, Region) and any(other_half.get(n, n) not in outcome.product.nodes for n in outcome.product.nodes):
-            outcome = Left("it is a half of a product, of which no program computes both", True)
-        shape, dtype = hints[node], str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
-        call = _call(outcome, terms.tune) if isinstance(outcome, Region) else None
-        if isinstance(outcome, Region):
-            try:
-                rewrite.replace(graph, outcome, terms.tune, levels)
-            except NotImplementedError as error:
-                outcome = Left(str(error), True)
-        if isinstance(outcome, Region):
-            seen[node] = [Seen(shape, dtype, outcome.imported.text, "", True, False, _of_one(outcome), call=call)]
-            together |= dict.fromkeys(outcome.product.nodes[1:], seen[node][0])  # which has the same extents
-        else:
-            seen[node] = [Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times)]
+        seen[node], taken = _taken(graph, node, hints[node], terms, levels, other_half)
+        together |= dict.fromkeys(taken[1:], seen[node][0])  # which has the same extents
     for each in stacked.settle(graph, parted):
         one, other = each.made
         del seen[other]
-        seen[one] = [dataclasses.replace(seen[one][0], shape=_hints(each.original), times_us=None)]
+        whole, _ = _taken(graph, each.original, hints[each.original], terms, regions.levels_of(graph), {})
+        seen[one] = whole if whole[0].taken else [dataclasses.replace(seen[one][0], shape=hints[each.original], times_us=None)]
     convolutions.settle(graph, standing)
+    looped.settle(graph, loops)
     graph.eliminate_dead_code()
     graph.lint()
     return [one for several in seen.values() for one in several]
+
+
+def _taken(
+    graph: fx.Graph, node: fx.Node, shape: tuple[int | None, ...], terms: Terms, levels: Levels, other_half: Mapping[fx.Node, fx.Node]
+) -> tuple[list[Seen], list[fx.Node]]:
+    """What was done with one product, and which were taken with it. other_half: of a part of a product the other one, without which it is left."""
+    product = regions.product_of(node)  # whose operands may be results of the programs before it
+    outcome = Left(product) if isinstance(product, str) else regions.region_of(product, levels, terms)
+    if isinstance(outcome, Region) and any(other_half.get(n, n) not in outcome.product.nodes for n in outcome.product.nodes):
+        outcome = Left("it is a half of a product, of which no program computes both", True)
+    dtype = str(node.meta["val"].dtype if isinstance(product, str) else product.a.meta["val"].dtype)
+    call = _call(outcome, terms.tune) if isinstance(outcome, Region) else None
+    if isinstance(outcome, Region):
+        try:
+            behind.keep(graph, outcome, levels)
+            rewrite.replace(graph, outcome, terms.tune, levels)
+        except NotImplementedError as error:
+            outcome = Left(str(error), True)
+    groups = (aten.size_hint(product.ends.meta["val"].shape[0]) or 0) if isinstance(product, Product) and product.ends is not None else 0
+    if isinstance(outcome, Left):
+        return [Seen(shape, dtype, "", outcome.why, outcome.neighbour, outcome.absorbed, outcome.times, groups=groups)], []
+    followed = outcome.nodes != outcome.product.nodes or outcome.product.adds_apart
+    return [Seen(shape, dtype, outcome.imported.text, "", followed, False, _of_one(outcome), call=call, groups=groups)], outcome.product.nodes
 
 
 def _of_one(region: Region) -> tuple[float, float] | None:
@@ -278,10 +293,22 @@ def _call(region: Region, tune: str | None) -> Call | None:
     if call is None:
         return None
     *batch, m, n, k = call.shape
+    if product.groups:  # of all of them
+        m, n, k = (regions.hinted(product.shape) or call.shape)[-3:]
     extents, dtype = dict(zip("bmnk" if batch else "mnk", (*batch, m, n, k), strict=True)), product.a.meta["val"].dtype
     lies = {"kn": call.layout[1]}
-    inputs = tuple((leaf.name, _lying(leaf.shape(extents), lies.get(leaf.indices, "n"), leaf.node.meta["val"].dtype)) for leaf in region.imported.leaves)
-    return Call(tune, _lying((*batch, m, k), call.layout[0], dtype), _lying((*batch, k, n), call.layout[1], dtype), inputs, call.options)
+
+    def shape(indices: str) -> tuple[int, ...]:
+        """Of operands, of which groups have those along which they are in one."""
+        lead = batch if batch and not (product.groups and product.groups in indices) else []
+        return (*lead, *(extents[i] for i in indices))
+
+    def of(leaf: Leaf) -> tuple[int, ...]:
+        return shape("kn") if leaf.indices == "kn" else leaf.shape(extents)
+
+    inputs = tuple((leaf.name, _lying(of(leaf), lies.get(leaf.indices, "n"), leaf.node.meta["val"].dtype)) for leaf in region.imported.leaves)
+    a, b = (_lying(shape(indices), layout, dtype) for indices, layout in zip(OPERANDS.values(), call.layout, strict=True))
+    return Call(tune, a, b, inputs, call.options, batch[0] if product.groups else 0)
 
 
 def _lying(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Lying:

@@ -143,7 +143,18 @@ def _accumulate(grad: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _fake_program(text: str, tune: str | None, a: Tensor, b: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:
-    return _fake(kernel(text, tune, options).graph, (a, b), named(text, inputs, numbers))
+    made = kernel(text, tune, options)
+    return _joined(made, _fake(made.graph, (a, b), named(text, inputs, numbers)))
+
+
+def _joined(made: Kernel, results: Sequence[Tensor]) -> list[Tensor]:
+    """What a program gives of what its graph does: of two results that it joins one with the columns of both."""
+    if made.parting is None or not made.parting.outputs:
+        return list(results)
+    by_name = dict(zip((o.name for o in made.graph.outputs), results, strict=True))
+    wholes = {p.whole: by_name[p.first] for p in made.parting.outputs}
+    names = made.parting.as_returned(by_name)
+    return [wholes[name].new_empty((*wholes[name].shape[:-1], 2 * wholes[name].shape[-1])) if name in wholes else by_name[name] for name in names]
 
 
 def _fake_over(text: str, mm: Tensor, inputs: Inputs, numbers: Sequence[float], options: str | None = None) -> list[Tensor]:

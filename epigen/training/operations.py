@@ -135,10 +135,10 @@ def count_flops() -> None:
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     formulas: dict[str, Callable[..., int]] = {
-        "program": lambda text, _tune, a, b, *_, **__: _flops([a, b]) * _products(text),
-        "fused": lambda text, _tune, a, b, *_, **__: _flops([a, b]) * _products(text),
+        "program": lambda text, _tune, a, b, inputs, *_, **__: _flops([a, b], _grouped(text, inputs)) * _products(text),
+        "fused": lambda text, _tune, a, b, inputs, *_, **__: _flops([a, b], _grouped(text, inputs)) * _products(text),
         "over": lambda *_, **__: 0,
-        "into": lambda text, _tune, operands, *_, **__: _flops(operands) * _products(text),
+        "into": lambda text, _tune, operands, inputs, *_, **__: _flops(operands, _grouped(text, inputs)) * _products(text),
         "accumulate": lambda _grad, a, b, **__: _flops([a, b]),
         **dict.fromkeys(("of_sparse", "of_sparse_into"), lambda _text, _tune, _side, other, _packed, _meta, held, *_, **__: 2 * math.prod(other) * held[0]),
         "linear_cross_entropy": lambda x, weight, *_, **__: _flops([x, weight[::-1]]),
@@ -158,12 +158,20 @@ def _products(text: str) -> int:
     return 1 if graph_of(text).second() is None else 2
 
 
-def _flops(shapes: Sequence[Sequence[int]]) -> int:
-    """Of the product of what has these shapes; a product that is given costs nothing."""
+def _grouped(text: str, inputs: Sequence[Any]) -> bool:
+    """Whether a call is of groups, by what it is given behind the program's inputs."""
+    from epigen.ir.program import graph_of
+
+    return len(inputs) > len(graph_of(text).inputs())
+
+
+def _flops(shapes: Sequence[Sequence[int]], grouped: bool = False) -> int:
+    """Of the product of what has these shapes, or of as many as they have leading dimensions; a product that is given costs nothing. grouped: of groups, all of whose rows, or k, an operand has."""
     if len(shapes) == 1:
         return 0
-    (m, k), (_, n) = shapes
-    return 2 * m * k * n
+    (*lead, m, k), (*others, _, n) = shapes
+    count = 1 if grouped else math.prod(torch.broadcast_shapes(lead, others))
+    return count * 2 * m * k * n
 
 
 def share() -> None:

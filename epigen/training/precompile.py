@@ -17,7 +17,7 @@ from epigen.db.lookup import Index
 from epigen.dtypes import FP32, DType
 from epigen.errors import CompileError
 from epigen.gpus import Target
-from epigen.ir.graph import BITS, Node
+from epigen.ir.graph import BITS, GROUPS, Node
 from epigen.ir.reference import torch_dtype
 from epigen.perf import resources
 from epigen.runtime import loader
@@ -79,18 +79,24 @@ def _ready(call: ProgramCall, target: Target, place: int | None, prepared: Futur
 
 def _spilled(call: ProgramCall, target: Target) -> str:
     (*batch, m, n, k), kernel = call.shape, call.kernel()
-    extents, dtypes = {"m": m, "n": n, "k": k}, dict(call.inputs)
+    extents, dtypes, ends = {"m": m, "n": n, "k": k}, dict(call.inputs), dict[str, torch.Tensor]()
+    if call.groups:
+        extents[call.groups] *= batch[0]  # one's behind another's
+        ends[GROUPS] = torch.empty(batch, dtype=torch.int32, device="meta")
+
+    def of(indices: str, *size: int, dtype: torch.dtype) -> torch.Tensor:
+        lead = batch if len(indices) == 2 and not (call.groups and call.groups in indices) else ()
+        return torch.empty(*lead, *size, dtype=dtype, device="meta")
 
     def lying(indices: str, dtype: DType | None) -> torch.Tensor:
-        lead = batch if len(indices) == 2 else ()
-        return torch.empty([*lead, *(extents[i] for i in indices)], dtype=torch_dtype(dtype or FP32), device="meta")
+        return of(indices, *(extents[i] for i in indices), dtype=torch_dtype(dtype or FP32))
 
     def given(node: Node) -> torch.Tensor:
-        return torch.empty(*batch, m, -(-n // 8), dtype=torch.uint8, device="meta") if node.op == BITS else lying(node.indices, dtypes[node.name])
+        return of("mn", extents["m"], -(-n // 8), dtype=torch.uint8) if node.op == BITS else lying(node.indices, dtypes[node.name])
 
     a, b = (lying(i, call.dtype) if at == "n" else lying(i[::-1], call.dtype).mT for i, at in zip(("mk", "kn"), call.layout, strict=True))
     try:
-        needs = kernel.warm(a, b, target, **{i.name: given(i) for i in kernel.graph.inputs()})
+        needs = kernel.warm(a, b, target, **{i.name: given(i) for i in kernel.graph.inputs()}, **ends)
     except CompileError as error:
         return str(error).partition("\n")[0]
     most = max((x.spills for x in needs), default=0)

@@ -22,6 +22,7 @@ from epigen import gpus
 from epigen.dtypes import BY_TORCH, FAST_ACCUM
 from epigen.errors import EpigenError
 from epigen.gpus import Target
+from epigen.runtime.batches import Batch
 from epigen.shapes import Shape
 from epigen.training import expected, precompile
 from epigen.training.aten import (
@@ -51,7 +52,11 @@ _aten: Any = torch.ops.aten
 _PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
 """By operation: how many arguments come before the operands."""
 _SCALED_MM: Any = _aten._scaled_mm.default
-_OTHERS = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm")
+GROUPED_MM: Any = _aten._grouped_mm.default
+LOOP, LOOP_GRADIENTS = "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"
+LOOPED = "epigen_looped"
+"""What the meta of torch's product of groups has that stands for such a loop."""
+_OTHERS = (LOOP, "_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm")
 
 Levels = dict[fx.Node, int]
 
@@ -61,7 +66,8 @@ class Product:
     """One product, or a batch of them. a, b: operands, [M, K] and [K, N], or [B, M, K] and [B, K, N]. added: what is added to it. scale: by how much it and that are
     multiplied. parted: into how many products its rows are parted, and the rows of each, where that is of use.
     factors: what the product is multiplied by besides, before anything is added. fast: whether the tensor cores may add up fp8 products alone.
-    second: another product of the same a, which is computed in the same kernel."""
+    second: another product of the same a, which is computed in the same kernel. ends: where groups end, of rows with b [G, K, N] or along k with b [K, N].
+    loop: whether torch would take one group after the other, and wait for their ends."""
 
     node: fx.Node
     a: fx.Node
@@ -72,6 +78,13 @@ class Product:
     factors: tuple[fx.Node, ...] = ()
     fast: bool = False
     second: Product | None = None
+    ends: fx.Node | None = None
+    loop: bool = False
+
+    @property
+    def groups(self) -> str:
+        """The index along which it is of groups; "" of one product and of a batch."""
+        return "" if self.ends is None else "m" if self.b.meta["val"].dim() == 3 else "k"
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -91,6 +104,8 @@ class Product:
     def batch(self) -> tuple[Any, Any] | None:
         """How many products they are, and the rows of each; None of one. All that share one b, and whose rows lie as those of one matrix, are one."""
         a, b = self.a.meta["val"], self.b.meta["val"]
+        if self.groups == "k":
+            return self.node.meta["val"].shape[0], a.shape[0]
         if self.parted or a.dim() != 3 or b.dim() != 3 or _is(a.shape[0], 1) or (_is(b.stride(0), 0) and lies_as_rows(a, range(3))):
             return self.parted
         return a.shape[0], a.shape[1]
@@ -105,10 +120,10 @@ class Product:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """M, N, K, of a batch after the number of its products."""
+        """M, N, K, of a batch after the number of its products, and of groups with the rows, or the k, of all."""
         *rows, k = self.a.meta["val"].shape
         n = self.b.meta["val"].shape[-1]
-        return (*self.batch, n, k) if self.batch else (functools.reduce(operator.mul, rows), n, k)
+        return (*self.batch, n, k) if self.batch and not self.groups else (functools.reduce(operator.mul, rows), n, k)
 
 
 @dataclass
@@ -145,6 +160,11 @@ def is_product(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in _PRODUCTS or name_of(node) in _OTHERS)
 
 
+def of_groups(node: fx.Node) -> bool:
+    """Whether it is a product of groups, or a batch that torch computes as such."""
+    return node.target is GROUPED_MM or name_of(node) == LOOP
+
+
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     before = _PRODUCTS.get(node.target, 0)
     a, b = node.args[before : before + 2]
@@ -155,6 +175,10 @@ def product_of(node: fx.Node) -> Product | str:
     """A node as a product, or why it is none that a program takes."""
     if node.target is _SCALED_MM:
         return _scaled(node)
+    if of_groups(node):
+        return _of_groups(node)
+    if not is_product(node):
+        return "it is no product"
     if node.target not in _PRODUCTS:
         return f"{name_of(node)} is a product of another kind"
     before, given = _PRODUCTS[node.target], node.args
@@ -185,6 +209,26 @@ def _scaled(node: fx.Node) -> Product | str:
     return Product(node, a, b, given.get("bias"), factors=tuple(factors), fast=bool(given.get("use_fast_accum")))
 
 
+def _of_groups(node: fx.Node) -> Product | str:
+    """torch's product of groups: of rows, or along k. Without ends it is a batch."""
+    given = named_arguments(node)
+    a, b, ends = *operands(node), given.get("offs")
+    x, y = a.meta["val"], b.meta["val"]
+    if str(x.dtype) not in BY_TORCH or not x.dtype.is_floating_point or x.dtype != y.dtype:
+        return f"operands of {x.dtype} and {y.dtype}"
+    if given.get("bias") is not None:
+        return "it adds a bias of its own"
+    if ends is None:
+        return Product(node, a, b)
+    if x.dim() != 2:
+        return "it is of groups of columns, and a program's are of rows or along k"
+    if ends.meta["val"].dtype != torch.int32:
+        return f"its ends are {ends.meta['val'].dtype}, and kernels read int32"
+    if y.dim() == 3 and y.stride(-1) != 1 and y.stride(-2) != 1:
+        return "neither rows nor columns of its right operands lie side by side in memory, as TMA reads them"
+    return Product(node, a, b, ends=ends, loop=LOOPED in node.meta or name_of(node) == LOOP)
+
+
 def _is(extent: Any, number: int) -> bool:
     return isinstance(extent, int) and extent == number
 
@@ -196,7 +240,7 @@ def region_of(product: Product, levels: Levels, terms: Terms = UNTUNED) -> Regio
     """The region of a product, or why there is none."""
     outcome = promising(product, levels, terms)
     if isinstance(outcome, Region) and (kernel := _kernel_of(outcome, terms)) is not None and (why := precompile.spilled(*kernel)):
-        return Left(why, True, times=outcome.times)
+        return _alone(product, Left(why, True, times=outcome.times), levels, terms)
     return outcome
 
 
@@ -242,6 +286,11 @@ def _kernel_of(region: Region, terms: Terms) -> tuple[expected.ProgramCall, Targ
 
 def promising(product: Product, levels: Levels, terms: Terms) -> Region | Left:
     """A region that is expected to pay, as far as nothing is compiled: if there is one with two products, that."""
+    outcome = _with_what_follows(product, levels, terms)
+    return _alone(product, outcome, levels, terms) if isinstance(outcome, Left) else outcome
+
+
+def _with_what_follows(product: Product, levels: Levels, terms: Terms) -> Region | Left:
     other = _companion(product) if product.second is None else None
     if other is not None and isinstance(both := promising(replace(product, second=other), levels, terms), Region):
         return both
@@ -260,8 +309,13 @@ def _companion(product: Product) -> Product | None:
     a, b = product.a, product.b
     if product.batch is not None or a.meta["val"].dim() != 2 or product.factors:
         return None
-    others = [product_of(u) for each in _same_values(a) for u in each.users if u.target in _PRODUCTS and u is not product.node and operands(u)[0] is each]
-    fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and not x.adds_apart]
+    others = [
+        product_of(u)
+        for each in _same_values(a)
+        for u in each.users
+        if (u.target in _PRODUCTS or of_groups(u)) and u is not product.node and operands(u)[0] is each
+    ]
+    fitting = [x for x in others if isinstance(x, Product) and x.b is not b and _alike(x.b, b) and x.ends is product.ends and not x.adds_apart]
     fitting = [x for x in fitting if x.node not in _above(product) and product.node not in _above(x)]
     if not fitting:
         return None
@@ -285,10 +339,10 @@ def _same_values(node: fx.Node) -> set[fx.Node]:
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two matrices have one dtype and one shape, and the same of their dimensions lies without gaps."""
+    """Whether two matrices, or those of groups, have one dtype and one shape, and the same of their dimensions lies without gaps."""
     x, y = one.meta["val"], other.meta["val"]
     along = [t.stride(-1) == 1 or t.stride(-2) != 1 for t in (x, y)]
-    return x.dtype == y.dtype and x.dim() == y.dim() == 2 and all(map(same, x.shape, y.shape)) and along[0] == along[1]
+    return x.dtype == y.dtype and x.dim() == y.dim() and all(map(same, x.shape, y.shape)) and along[0] == along[1]
 
 
 def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Levels, terms: Terms) -> Region | Left:
@@ -309,7 +363,7 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
     inside = set(nodes)
     leaves = _imported(product, nodes, outputs, dtype, ()).leaves
     imported = _imported(product, nodes, outputs, dtype, _taken_over([leaf.node for leaf in leaves], inside))
-    if shared := [leaf.shared for leaf in imported.leaves if leaf.shared]:
+    if not product.groups and (shared := [leaf.shared for leaf in imported.leaves if leaf.shared]):
         finest = min(shared, key=lambda parts: size_hint(parts[1]) or 0)
         if isinstance(parted := promising(replace(product, parted=finest), levels, terms), Region):
             return parted
@@ -322,6 +376,19 @@ def _promising(product: Product, nodes: list[fx.Node], refused: str, levels: Lev
     if times is not None and times[0] > times[1]:
         return Left(f"expected to take {times[0]:.1f} us, and the vendor's product with Inductor's kernel {times[1]:.1f}", True, times=times)
     return Region(product, nodes, outputs, imported, times)
+
+
+def _alone(product: Product, left: Left, levels: Levels, terms: Terms) -> Region | Left:
+    """A product of groups without anything that follows it, where epigen's kernel is expected to be the faster one, or torch has a loop. left: of any other.
+
+    Of other products the vendor's kernel is no slower."""
+    if not product.groups or product.second is not None:
+        return left
+    only = product.nodes
+    imported = _imported(product, only, only, product.dtype, ())
+    times = _times(product, only, only, imported, levels, terms)
+    pays = isinstance(times, tuple) and times[0] < times[1]
+    return Region(product, only, only, imported, times if isinstance(times, tuple) else None) if pays or product.loop else left
 
 
 def _computes(node: fx.Node) -> bool:
@@ -345,7 +412,8 @@ class _Importer(Importer):
 
 
 def _importer(product: Product, over: Collection[fx.Node] = ()) -> Importer:
-    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), ("m",), over, True, batch=product.batch)
+    sums = () if product.groups else ("m",)  # which would be each group's
+    importer = _Importer(product.node, product.node.meta["val"].shape, _namer(), sums, over, True, batch=product.batch, joining=True)
     if product.added is not None or product.scale[0] != 1 or product.factors:
         importer.plus(product.node, product.added, product.scale, product.factors)
     if product.second is not None:
@@ -379,7 +447,7 @@ def _grown(product: Product, checked: bool = False) -> tuple[list[fx.Node], str]
                 if checked and not isinstance(node.meta.get("val"), tuple | list):
                     importer.program([node], product.dtype)
             except (Unknown, EpigenError) as error:
-                if any(_pointwise(n.target) and _computes(n) for n in ([*node.users] if is_view(node) else [node])):
+                if any(pointwise(n.target) and _computes(n) for n in ([*node.users] if is_view(node) else [node])):
                     refused = refused or str(error).partition("\n")[0]
             else:
                 taken.add(node)
@@ -469,7 +537,7 @@ def _between(node: fx.Node, bases: Collection[fx.Node]) -> set[fx.Node]:
 
 def _lazy(node: fx.Node, inside: Collection[fx.Node]) -> bool:
     """Whether Inductor would compute a value anew wherever it is read: elementwise, and never written for somebody who cannot."""
-    if not (is_view(node) or name_of(node) in SAME or _pointwise(node.target)):
+    if not (is_view(node) or name_of(node) in SAME or pointwise(node.target)):
         return False
     pending = [u for u in node.users if u not in inside]
     while pending:
@@ -490,7 +558,7 @@ _JOINED = _REDUCTIONS | _MOVING | {"convert_element_type", "_to_copy", "alias", 
 
 
 @functools.lru_cache(maxsize=4096)
-def _pointwise(target: Any) -> bool:
+def pointwise(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
@@ -498,7 +566,7 @@ def joins(node: fx.Node) -> bool:
     """Whether Inductor computes a node in one kernel with what it reads."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
-    return _pointwise(node.target) or is_view(node) or name_of(node) in _JOINED or name_of(node) in elementwise()
+    return pointwise(node.target) or is_view(node) or name_of(node) in _JOINED or name_of(node) in elementwise()
 
 
 def levels_of(graph: fx.Graph) -> Levels:
@@ -657,7 +725,7 @@ def _times(
     """How long the program takes, and the vendor's product with Inductor's kernel; None where nothing is known, and in words why it cannot be.
 
     Where a kernel of Inductor's reads the result in any case, what is fused spares it no launch, and it has to read what the program has written. So does the
-    program what is copied for it, since it varies over some of the leading dimensions alone.
+    program what is copied for it, since it varies over some of the leading dimensions alone, and what is gathered for it alone, such as each row's bias.
     """
     call = program_call(product, imported)
     target = terms.machine.of(product.a.meta["val"].device)
@@ -667,13 +735,17 @@ def _times(
         return "its extents are known at run time alone, and so is what takes less time"
     gpu = gpus.of_target(target)
     fused, bare = expected.kernels_us(call, target, terms.tune)
+    if list(nodes) == product.nodes and not product.adds_apart:
+        return fused, bare
     if product.parted and (one := program_call(replace(product, parted=None), imported)) is not None:
         bare = expected.kernels_us(one, target, None)[1]
     inside = set(nodes)
     lazy = [n for n in outputs if any(u not in inside and joins(u) and levels[u] == levels[n] for u in n.users)]
+    gathered = [leaf.node for leaf in imported.leaves if leaf.tile and _gathers(leaf.node) and not kept(leaf.node, inside, levels)]
+    fused += expected.moved_us([*map(bytes_of, gathered)], gpu) + (gpu.launch_us if gathered else 0.0)
     moved = [
         *map(bytes_of, product.nodes),
-        *(bytes_of(leaf.node) for leaf in imported.leaves if leaf.indices != "kn"),
+        *(bytes_of(leaf.node) for leaf in imported.leaves if leaf.indices != "kn" and leaf.node not in gathered),
         *(bytes_of(n) for n in outputs if n not in lazy or kept(n, inside, levels)),
     ]
     if product.adds_apart:
@@ -681,6 +753,13 @@ def _times(
     copied = [leaf for leaf in imported.leaves if leaf.expand is not None]
     fused += expected.moved_us([bytes_of(product.node) if leaf.tile else 0 for leaf in copied], gpu) + (gpu.launch_us if copied else 0.0)
     return fused + expected.moved_us([bytes_of(n) for n in lazy], gpu), bare + expected.moved_us(moved, gpu) + (0.0 if lazy else gpu.launch_us)
+
+
+def _gathers(node: fx.Node) -> bool:
+    """Whether a value is gathered from a table, or a part of what is: Inductor would do that where it is read."""
+    while is_view(node) or node.target == _aten.slice.Tensor:
+        node = node.all_input_nodes[0]
+    return name_of(node) in ("index", "embedding", "gather")
 
 
 def hinted(shape: tuple[Any, ...]) -> Shape | None:
@@ -695,6 +774,11 @@ def program_call(product: Product, imported: Imported) -> expected.ProgramCall |
     shape = hinted(product.shape)
     if shape is None:
         return None
+    if product.ends is not None:
+        count = size_hint(product.ends.meta["val"].shape[0])
+        if count is None:
+            return None
+        shape = Batch((count,), {}, product.groups).problem(*shape[-3:])
     layout = "".join("n" if t.stride(-1) == 1 or t.stride(-2) != 1 else "t" for t in (a, b))
     return expected.ProgramCall(
         imported.text,
@@ -703,4 +787,5 @@ def program_call(product: Product, imported: Imported) -> expected.ProgramCall |
         layout,
         tuple((leaf.name, BY_TORCH[str(leaf.node.meta["val"].dtype)]) for leaf in imported.leaves),
         product.options,
+        product.groups,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epigen.dtypes import BY_TORCH
 from epigen.errors import CallError
+from epigen.ir.graph import GROUPS, PRODUCT
 from epigen.runtime import vendor
 from epigen.training import library
 from epigen.training.plan import multiplied
@@ -35,13 +36,20 @@ class Lying:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a program is called with, the inputs by name. tune: as of `epigen.compile`. options: its others, as JSON."""
+    """What a program is called with, the inputs by name. tune: as of `epigen.compile`. options: its others, as JSON. groups: how many of rows or along k, or 0."""
 
     tune: str | None
     a: Lying
     b: Lying
     inputs: tuple[tuple[str, Lying], ...]
     options: str | None = None
+    groups: int = 0
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Where groups end that are all alike."""
+        (extent, depth), own = self.a.shape, len(self.b.shape) == 3
+        along = extent if own else depth
+        return torch.tensor([along * (place + 1) // self.groups for place in range(self.groups)], dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class Seen:
     shape: M, N, K, of a batch after the number of its products; of extents that vary those of the first call, and None for one that is known at run time alone. dtype: of the operands, as torch calls it.
     program: what is computed in its kernel; "" where it is left, and then `why` says why. neighbour: something elementwise follows it. absorbed: it is left,
     since the kernel that comes next computes all that follows it as well. times_us: expected of the program, and of the vendor's product with a kernel of
-    Inductor's; None where nothing is known of the device. graph: "forward", "backward" or "inference".
+    Inductor's; None where nothing is known of the device. groups: how many it is of, whose rows, or k, the shape counts together, or 0. graph: "forward", "backward" or "inference".
     """
 
     shape: tuple[int | None, ...]
@@ -63,6 +71,7 @@ class Seen:
     times_us: tuple[float, float] | None
     graph: str = ""
     call: Call | None = None
+    groups: int = 0
 
     @property
     def taken(self) -> bool:
@@ -120,6 +129,7 @@ class Report:
 def _cells(row: Row) -> tuple[str, ...]:
     seen = row.seen
     shape = "x".join("?" if e is None else str(e) for e in seen.shape)
+    shape = f"{shape} in {seen.groups}" if seen.groups else shape
     what = seen.program if seen.taken else f"left: {seen.why}"
     return (seen.graph, str(row.count), shape, seen.dtype.removeprefix("torch."), _saving(row.saved_us), _saving(row.measured_us), what)
 
@@ -203,14 +213,21 @@ def _runs(program: str, call: Call, place: torch.device) -> tuple[Callable[[], A
     kernel = library.kernel(program, call.tune, call.options)
     a, b = call.a.made(place), call.b.made(place)
     inputs = {name: lying.made(place) for name, lying in call.inputs}
+    ends = {GROUPS: call.ends(place)} if call.groups else {}
+
+    def multiply(right: Tensor) -> Tensor:
+        return torch._grouped_mm(a, right, offs=ends[GROUPS]) if ends else torch.matmul(a, right)
+
     if a.element_size() == 1:
         precision = kernel.signature_of(BY_TORCH[str(a.dtype)]).precision
         return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(vendor.scaled_product(a, b, precision), **inputs))
     if other := multiplied(program):
         reading = library.kernel(program.replace(f"dot(a, {other}[k,n])", f"{other}[m,n]"), None, call.options)
         right = inputs[other]
-        return (lambda: kernel(a, b, **inputs)), (lambda: reading.over(torch.matmul(a, b), **{**inputs, other: torch.matmul(a, right)}))
-    return (lambda: kernel(a, b, **inputs)), (lambda: kernel.over(torch.matmul(a, b), **inputs))
+        return (lambda: kernel(a, b, **inputs, **ends)), (lambda: reading.over(multiply(b), **{**inputs, other: multiply(right)}))
+    if program == PRODUCT:
+        return (lambda: kernel(a, b, **inputs, **ends)), (lambda: multiply(b))
+    return (lambda: kernel(a, b, **inputs, **ends)), (lambda: kernel.over(multiply(b), **inputs))
 
 
 # -- where a record is kept

@@ -28,8 +28,9 @@ def replace(graph: fx.Graph, region: Region, tune: str | None, levels: Levels) -
     placed = max([*product.nodes, *(leaf.node for leaf in region.imported.leaves)])
     following = placed.next
     with graph.inserting_before(following):
-        sizes = _Sizes(graph, following)
+        sizes = Sizes(graph, following)
         inputs = [_presented(graph, sizes, leaf, product) for leaf in region.imported.leaves]
+        inputs += [] if product.ends is None else [product.ends]
         a, b = _operands(graph, sizes, product)
         call = called(graph, library.fused, (region.imported.text, tune, a, b, inputs, []), {} if product.options is None else {"options": product.options})
         outputs = zip(region.outputs, region.imported.roles, strict=True)
@@ -58,7 +59,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         node = node.next
 
 
-def _result(graph: fx.Graph, sizes: _Sizes, call: fx.Node, place: int, node: fx.Node, roles: Sequence[Role]) -> fx.Node:
+def _result(graph: fx.Graph, sizes: Sizes, call: fx.Node, place: int, node: fx.Node, roles: Sequence[Role]) -> fx.Node:
     """One of the program's, as torch has it. roles: what its dimensions run along."""
     item, value = called(graph, operator.getitem, (call, place)), node.meta["val"]
     if value.dtype == torch.bool:
@@ -120,7 +121,7 @@ def _same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
     return all(same(extent, 1) or same(one, other) for extent, one, other in zip(y.shape, x.stride(), y.stride(), strict=True))
 
 
-class _Sizes:
+class Sizes:
     """Extents as arguments of nodes: numbers, or nodes that give those that vary. following: the node before which they have to be there."""
 
     def __init__(self, graph: fx.Graph, following: fx.Node):
@@ -173,9 +174,9 @@ class _Sizes:
         return None
 
 
-def _operands(graph: fx.Graph, sizes: _Sizes, product: Product) -> tuple[fx.Node, fx.Node]:
+def _operands(graph: fx.Graph, sizes: Sizes, product: Product) -> tuple[fx.Node, fx.Node]:
     """As a program takes them: one matrix of all rows, or one for each product of a batch."""
-    if product.batch and not product.parted:
+    if product.groups or (product.batch and not product.parted):
         return product.a, product.b
     a, b = product.a, product.b
     if product.parted:
@@ -185,7 +186,7 @@ def _operands(graph: fx.Graph, sizes: _Sizes, product: Product) -> tuple[fx.Node
     return a, b if b.meta["val"].dim() == 2 else called(graph, _aten.select.int, (b, 0, 0))
 
 
-def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, product: Product) -> fx.Node:
+def _presented(graph: fx.Graph, sizes: Sizes, leaf: Leaf, product: Product) -> fx.Node:
     """An input as a program takes it: [M, N], [M], [N] or [], or so for each product of a batch."""
     node = leaf.node
     if leaf.expand is not None:
@@ -198,7 +199,7 @@ def _presented(graph: fx.Graph, sizes: _Sizes, leaf: Leaf, product: Product) -> 
     if product.batch is not None:
         shape = leaf.shape(dict(zip("bmn", (*product.batch, n), strict=True)))
         return node if len(shape) == value.dim() and all(map(same, shape, value.shape)) else called(graph, _aten.reshape.default, (node, sizes.listed(shape)))
-    if value.dim() != len(leaf.indices):
+    if value.dim() != len(leaf.indices) and leaf.indices != "kn":
         shape = leaf.shape({"m": -1, "n": -1 if leaf.indices == "n" else n})
         node = called(graph, _aten.reshape.default, (node, [sizes.node(e) for e in shape]))
     return node

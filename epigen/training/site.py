@@ -8,7 +8,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from epigen.ir.graph import PRODUCT
+from epigen.ir.graph import GROUPS, PRODUCT
 from epigen.ir.program import graph_of
 from epigen.runtime.code_builder import CodeBuilder
 from epigen.training import layer, library
@@ -60,8 +60,9 @@ class Site:
     def slow(self, *given: Tensor) -> tuple[Tensor, ...]:
         kernel = library.kernel(self.program, self.tune, self.options)
         first, rest = given[: self.how.count], given[self.how.count :]
+        ends = {GROUPS: rest[-1]} if len(rest) > len(self.inputs) else {}
         rows = (lambda t, _indices: t) if self.how is How.GIVEN else layer.rows
-        inputs = {name: rows(value, indices) for (name, indices), value in zip(self.inputs, rest, strict=True)}
+        inputs = {name: rows(value, indices) for (name, indices), value in zip(self.inputs, rest[: len(self.inputs)], strict=True)} | ends
         a, views = rows(first[0], "mn"), {"a": "a" if self.how is How.GIVEN else leading("a", "mn", first[0].dim() - 1)}
         operands: tuple[Tensor, ...] = ()
         if self.how is How.OVER:

@@ -7,7 +7,7 @@ the one product again after `settle`: that is faster than two.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from epigen.lang.syntax import HALVES, WAYS
-from epigen.training.aten import is_view, same
+from epigen.training.aten import SAME, is_view, name_of, same
 from epigen.training.halved import Slice, slices
+from epigen.training.regions import of_groups, pointwise
 from epigen.training.rewrite import adding, called
 
 _aten: Any = torch.ops.aten
@@ -24,11 +25,13 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """original: the product of all columns, without users for the while. made: those of its two parts. parts: what was read of each, and what is read instead."""
+    """original: the product of all columns, without users for the while. made: those of its two parts. parts: what was read of each, and what is read instead.
+    computed: the products, and what is computed of them up to there."""
 
     original: fx.Node
     made: tuple[fx.Node, fx.Node]
     parts: tuple[tuple[fx.Node, fx.Node], ...]
+    computed: tuple[fx.Node, ...]
 
 
 def found(graph: fx.Graph) -> list[fx.Node]:
@@ -37,7 +40,7 @@ def found(graph: fx.Graph) -> list[fx.Node]:
 
 def as_products(graph: fx.Graph, nodes: Sequence[fx.Node] | None = None) -> list[Stacked]:
     """nodes: of those that are `found`; by default all."""
-    return [_parted(graph, *parts) for node in (list(graph.nodes) if nodes is None else nodes) if (parts := _found(node)) is not None]
+    return [_parted(graph, node, *parts) for node in (list(graph.nodes) if nodes is None else nodes) if (parts := _found(node)) is not None]
 
 
 def settle(graph: fx.Graph, stacked: Sequence[Stacked]) -> list[Stacked]:
@@ -47,19 +50,25 @@ def settle(graph: fx.Graph, stacked: Sequence[Stacked]) -> list[Stacked]:
     for each in left:
         for part, instead in each.parts:
             instead.replace_all_uses_with(part)
+        for node in reversed(each.computed):
+            if not node.users:
+                graph.erase_node(node)
     return left
 
 
-def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[Slice, list[fx.Node]]] | None:
-    """A stacked product, its result as it is parted, with leading dimensions, and the nodes that read each of its two parts; None of any other node."""
-    if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs or not isinstance(node.meta["val"].shape[-1], int):
+def _found(node: fx.Node) -> tuple[list[fx.Node], dict[Slice, list[fx.Node]]] | None:
+    """Of a stacked product what is computed of it before it is parted, one after the other, and the nodes that read each of its two parts; None of any other node."""
+    if not (node.target in (_aten.mm.default, _aten.addmm.default) or of_groups(node)) or node.kwargs or not isinstance(node.meta["val"].shape[-1], int):
         return None
     columns = node.meta["val"].shape[-1]
     if node.target == _aten.addmm.default and tuple(node.args[0].meta["val"].shape) != (columns,):  # type: ignore[union-attr]
         return None
+    if of_groups(node) and node.args[1].meta["val"].dim() != 3:  # type: ignore[union-attr]
+        return None
+    between: list[fx.Node] = []
     whole = node
-    if len(node.users) == 1 and is_view(user := next(iter(node.users))) and user.target != _aten.permute.default and same(user.meta["val"].shape[-1], columns):
-        whole = user
+    while len(whole.users) == 1 and _keeps_columns(user := next(iter(whole.users)), whole, columns):
+        between.append(whole := user)
     parts: dict[Slice, list[fx.Node]] = {}
     one_after_the_other = slices(HALVES, columns)
     for user in whole.users:
@@ -77,7 +86,17 @@ def _found(node: fx.Node) -> tuple[fx.Node, fx.Node, dict[Slice, list[fx.Node]]]
         else:
             return None
     possible = [slices(way, columns) for way in WAYS]
-    return (node, whole, parts) if columns % 2 == 0 and set(parts) in map(set, possible) else None
+    return (between, parts) if columns % 2 == 0 and set(parts) in map(set, possible) else None
+
+
+def _keeps_columns(node: fx.Node, whole: fx.Node, columns: int) -> bool:
+    """Whether a node computes each column of its result of one column of `whole`, and of what has as many columns or the same for all of them."""
+    if is_view(node):
+        return node.target not in (_aten.permute.default, _aten.view.dtype) and same(node.meta["val"].shape[-1], columns)
+    if not (pointwise(node.target) or name_of(node) in SAME) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    others = [s.meta.get("val") for s in node.all_input_nodes if s is not whole]
+    return not any(isinstance(t, torch.Tensor) and t.dim() and not (same(t.shape[-1], 1) or same(t.shape[-1], columns)) for t in others)
 
 
 def _rows(graph: fx.Graph, whole: fx.Node) -> list[Any]:
@@ -94,21 +113,48 @@ def _along_last(node: fx.Node, place: int) -> bool:
     return not node.kwargs and dim in (-1, node.args[0].meta["val"].dim() - 1)  # type: ignore[union-attr]
 
 
-def _parted(graph: fx.Graph, node: fx.Node, whole: fx.Node, parts: dict[Slice, list[fx.Node]]) -> Stacked:
-    *added, a, b = node.args
-    made, instead = [], []
-    with adding(graph, node.next, node):
-        for at, read in sorted(parts.items(), key=lambda item: item[0]):
-            right = called(graph, _aten.slice.Tensor, (b, 1, *at))
-            product = called(graph, node.target, (*(called(graph, _aten.slice.Tensor, (x, 0, *at)) for x in added), a, right))
-            made.append(product)
-            instead += [(part, product) for part in read]
-    if whole is not node:
-        with adding(graph, whole.next, whole):
-            rows = _rows(graph, whole)
-            shaped = {product: called(graph, _aten.reshape.default, (product, [*rows, product.meta["val"].shape[-1]])) for product in made}
-        instead = [(part, shaped[product]) for part, product in instead]
+def _parted(graph: fx.Graph, node: fx.Node, between: Sequence[fx.Node], parts: dict[Slice, list[fx.Node]]) -> Stacked:
+    made, instead, computed = [], [], list[fx.Node]()
+    following = {each: each.next for each in (node, *between)}  # so that one part comes behind the other
+    for at, read in sorted(parts.items(), key=lambda item: item[0]):
+        with adding(graph, following[node], node):
+            made.append(product := _product(graph, node, at))
+        of = {node: product}
+        for each in between:
+            with adding(graph, following[each], each):
+                of[each] = _part(graph, each, of, at)
+        computed += of.values()
+        instead += [(part, of[between[-1] if between else node]) for part in read]
     for part, value in instead:
         value.meta["val"] = part.meta["val"] if part.meta["val"].is_contiguous() else value.meta["val"]
         part.replace_all_uses_with(value)
-    return Stacked(node, (made[0], made[1]), tuple(instead))
+    return Stacked(node, (made[0], made[1]), tuple(instead), tuple(computed))
+
+
+def _product(graph: fx.Graph, node: fx.Node, at: Slice) -> fx.Node:
+    """The product of one part of the columns."""
+    if of_groups(node):
+        a, b, *ends = node.args
+        product = graph.call_function(node.target, (a, called(graph, _aten.slice.Tensor, (b, 2, *at)), *ends))  # type: ignore[arg-type]
+        whole = node.meta["val"]
+        product.meta["val"] = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // 2))  # torch's own refuses some ways in which a part may lie
+        return product
+    *added, a, b = node.args
+    right = called(graph, _aten.slice.Tensor, (b, 1, *at))
+    return called(graph, node.target, (*(called(graph, _aten.slice.Tensor, (x, 0, *at)) for x in added), a, right))
+
+
+def _part(graph: fx.Graph, node: fx.Node, of: Mapping[fx.Node, fx.Node], at: Slice) -> fx.Node:
+    """One part of the columns of what is computed of the product. of: the same of the nodes before it."""
+    columns = node.meta["val"].shape[-1]
+    if is_view(node):
+        (source,) = (s for s in node.all_input_nodes if s in of)
+        return called(graph, _aten.reshape.default, (of[source], [*_rows(graph, node), of[source].meta["val"].shape[-1]]))
+
+    def part(x: fx.Node) -> fx.Node:
+        value = x.meta.get("val")
+        if x in of or not (isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] == columns):
+            return of.get(x, x)
+        return called(graph, _aten.slice.Tensor, (x, value.dim() - 1, *at))
+
+    return called(graph, node.target, fx.map_arg(node.args, part), fx.map_arg(node.kwargs, part))

@@ -205,6 +205,27 @@ def test_a_stacked_gate_is_one_kernel_where_it_is_computed_again() -> None:
     assert {s.graph for s in seen if "dot(a, x" in s.program} == {"forward", "backward"}, [(s.graph, s.program, s.why) for s in seen]
 
 
+def test_gradients_of_a_stacked_gate_come_out_beside_one_another() -> None:
+    """What the next products read in one. Of rows, as of columns that are rows of a product, nothing is joined."""
+    torch.manual_seed(0)
+    module, x = Stacked("chunk", True, lambda gate, up: F.silu(gate) * up), torch.randn(3, 5, 16)
+    model, seen = compiled(module)
+    torch.testing.assert_close(gradients(model, module, x), gradients(module, module, x), rtol=1e-4, atol=1e-4)
+    (derivative,) = (s.program for s in seen if s.graph == "backward" and s.taken)
+    assert "dsilu" in derivative and "halves(" in derivative
+    one, other = drawn((3, 5, 16), (3, 16, 1))
+    for dim, function in ((1, lambda a, b: (a @ b).squeeze(-1)), (0, lambda a, b: a[0] @ b[0].expand(16, 8))):
+
+        def joined(a: Tensor, b: Tensor, dim: int = dim, function: Any = function) -> Tensor:
+            y = function(a, b)
+            return torch.cat([F.silu(y), y * 2], dim) @ torch.ones(torch.cat([y, y], dim).shape[1], 4)
+
+        found = agree(joined, one, other)
+        assert not any("halves" in text for text in found.values())
+    found = agree(lambda a, b: torch.cat([F.silu(y := a[0] @ b), y * 2], -1).clamp(max=1) @ torch.ones(16, 4), one, drawn((16, 8))[0])
+    assert "forward (5, 8, 16)" in found and "halves(" in found["forward (5, 8, 16)"] and "minimum" in found["forward (5, 8, 16)"]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_stacked_gate_of_any_number_of_rows(dynamic: bool) -> None:
     torch.manual_seed(0)

@@ -440,6 +440,13 @@ def test_products_are_counted(act: str, save: str | None) -> None:
     assert flops(lambda: kernel.over(y)) == flops(lambda: kernel.over(y, out=y)) == 0
 
 
+def test_products_of_batches_and_of_groups_are_counted() -> None:
+    """Of groups each row has one, and each k."""
+    kernel, ends = epigen.compile("relu(mm)"), torch.tensor([2, 5], dtype=torch.int32)
+    assert flops(lambda: kernel(drawn(3, 5, 8), drawn(8, 16))) == flops(lambda: kernel(drawn(5, 8), drawn(3, 8, 16))) == 3 * 2 * 5 * 8 * 16
+    assert flops(lambda: kernel(drawn(5, 8), drawn(2, 8, 16), groups=ends)) == flops(lambda: kernel(drawn(8, 5), drawn(5, 16), groups=ends)) == 2 * 5 * 8 * 16
+
+
 # -- many at once
 
 

@@ -224,3 +224,38 @@ def test_a_mixture_in_a_cuda_graph() -> None:
             y = moe(x)
         graph.replay()
     assert torch.equal(y, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torchs_products_of_groups_under_the_backend(dynamic: bool) -> None:
+    """A gated unit with rows behind the last end, forward and backward, in epigen's kernels. Several calls, as what is launched without asking is known after the first ones."""
+    torch._dynamo.reset()
+    groups, k, n = 4, 128, 64
+    parameters = [torch.nn.Parameter((torch.randn(shape, device="cuda") / k**0.5).bfloat16()) for shape in ((groups, 2 * n, k), (groups, k, n))]
+
+    class Unit(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = parameters
+
+        def forward(self, x: Tensor, score: Tensor, where: Tensor) -> Tensor:
+            behind = (torch.arange(x.shape[0], device=x.device) >= where[-1])[:, None]
+            gate, value = torch._grouped_mm(x, self.up.mT, offs=where).chunk(2, -1)
+            return torch._grouped_mm(torch.nn.functional.silu(gate) * value, self.down.mT, offs=where).masked_fill(behind, 0.5) * score[:, None]
+
+    unit, seen = Unit(), list[Any]()
+    compiled = torch.compile(unit, backend="epigen", dynamic=dynamic, fullgraph=True, options={"report": seen.extend})
+    for rows, *ends in [(256, 40, 40, 200, 256), (256, 0, 5, 7, 200), (256, 1, 2, 3, 4), *([(384, 384, 384, 384, 384)] if dynamic else [])]:
+        where = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        for _ in range(3):
+            x, score = torch.randn((rows, k), device="cuda").bfloat16().requires_grad_(), torch.rand(rows, device="cuda").requires_grad_()
+            results = []
+            for run in (compiled, unit):
+                y = run(x, score, where)
+                found = torch.autograd.grad(y.float().square().sum(), [x, score, *parameters])
+                results.append([y.detach(), found[0][: ends[-1]], *found[1:]])  # behind it the gradient of x is undefined
+            for mine, theirs in zip(*results, strict=True):
+                assert (mine.double() - theirs.double()).norm() <= 2e-2 * theirs.double().norm() + 1e-6
+    assert any("silu" in s.program and s.groups == groups for s in seen)
