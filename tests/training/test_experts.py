@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812  # as everybody calls it
 
 import epigen
 from epigen.errors import CallError
+from epigen.training.backend import backend
 from epigen.training.experts import Options, Weights, experts, scored
 
 H, I, E, K = 16, 24, 5, 2  # noqa: E741  # as the docstrings of experts have it
@@ -246,7 +247,7 @@ def test_torchs_products_of_groups_under_the_backend(dynamic: bool) -> None:
             return torch._grouped_mm(torch.nn.functional.silu(gate) * value, self.down.mT, offs=where).masked_fill(behind, 0.5) * score[:, None]
 
     unit, seen = Unit(), list[Any]()
-    compiled = torch.compile(unit, backend="epigen", dynamic=dynamic, fullgraph=True, options={"report": seen.extend})
+    compiled = torch.compile(unit, backend=backend, dynamic=dynamic, fullgraph=True, options={"report": seen.extend})
     for rows, *ends in [(256, 40, 40, 200, 256), (256, 0, 5, 7, 200), (256, 1, 2, 3, 4), *([(384, 384, 384, 384, 384)] if dynamic else [])]:
         where = torch.tensor(ends, dtype=torch.int32, device="cuda")
         for _ in range(3):
