@@ -12,13 +12,13 @@ import pytest
 import torch
 import zoo
 from compiling import compiled
+from derived import agree_with_autograd
 from golden import Golden
 from specs import RENDERER, TILED, source, spec_of
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # as torch's own documentation has it
 
 import epigen
-from bench import gradients
 from epigen import gpus
 from epigen.choose import rule
 from epigen.choose.space import Space
@@ -29,7 +29,6 @@ from epigen.codegen.spec import KernelConfig, KernelSpec
 from epigen.db.problem import Problem, epilogue_kind
 from epigen.dtypes import BF16, FP16, FP32, DType
 from epigen.errors import CallError, ConfigError, DerivationError
-from epigen.ir.derivation import SAVE
 from epigen.ir.derive import derive
 from epigen.ir.program import graph_of
 from epigen.perf import limits, model
@@ -250,16 +249,7 @@ _DERIVED = (
 
 @pytest.mark.parametrize("text", _DERIVED)
 def test_gradients_are_autograds(text: str) -> None:
-    graph, shape, generator = graph_of(text), (5, 4, 6), torch.Generator().manual_seed(0)
-    a, b = gradients.normal("mk", shape, generator), gradients.normal("kn", shape, generator)
-    inputs = gradients.inputs_of(graph, shape, generator)
-    for option in derive(graph, FP32).options:
-        derived = derive(graph, FP32, save=option.save if option.save in SAVE else None)
-        arriving = {o.name: gradients.normal(graph.nodes[o.node].indices, shape, generator) for o in graph.outputs if o.name in derived.arriving}
-        found = gradients.all_gradients(derived, a, b, inputs, arriving)
-        assert {"a", "b", *inputs} == set(found)
-        for name, expected in zip(found, gradients.autograd_of_operands(graph, a, b, inputs, arriving, list(found)), strict=True):
-            torch.testing.assert_close(found[name], expected, msg=lambda m, d=derived, n=name: f"{n} of {d}: {m}")
+    agree_with_autograd(text)
 
 
 def test_programs_of_gradients() -> None:

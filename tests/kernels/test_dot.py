@@ -10,12 +10,12 @@ import cases
 import pytest
 import torch
 from compiling import compiled, outcomes
+from derived import agree_with_autograd
 from golden import Golden
 from specs import RENDERER, TILED, source, spec_of
 from torch import Tensor
 
 import epigen
-from bench import gradients
 from epigen import gpus
 from epigen.choose import rule
 from epigen.choose.space import Space
@@ -26,7 +26,6 @@ from epigen.db.problem import graph_digest
 from epigen.dtypes import BF16, FP16, FP32, INT8, DType
 from epigen.errors import CallError, ConfigError, DerivationError
 from epigen.ir import bound, reference
-from epigen.ir.derivation import SAVE
 from epigen.ir.derive import derive
 from epigen.ir.program import graph_of
 from epigen.lang.parser import parse
@@ -260,16 +259,7 @@ _DERIVED = (
 
 @pytest.mark.parametrize("text", _DERIVED)
 def test_gradients_are_autograds(text: str) -> None:
-    graph, shape, generator = graph_of(text), (5, 4, 6), torch.Generator().manual_seed(0)
-    a, b = gradients.normal("mk", shape, generator), gradients.normal("kn", shape, generator)
-    inputs = gradients.inputs_of(graph, shape, generator)
-    for option in derive(graph, FP32).options:
-        derived = derive(graph, FP32, save=option.save if option.save in SAVE else None)
-        arriving = {o.name: gradients.normal(graph.nodes[o.node].indices, shape, generator) for o in graph.outputs if o.name in derived.arriving}
-        found = gradients.all_gradients(derived, a, b, inputs, arriving)
-        assert {"a", "b", *(n for n in inputs)} == set(found)
-        for name, expected in zip(found, gradients.autograd_of_operands(graph, a, b, inputs, arriving, list(found)), strict=True):
-            torch.testing.assert_close(found[name], expected, msg=lambda m, d=derived, n=name: f"{n} of {d}: {m}")
+    agree_with_autograd(text)
 
 
 def test_programs_of_gradients() -> None:
