@@ -62,7 +62,8 @@ def lower(graph: Graph, signature: Signature) -> KernelSpec:
     stores = [_store(graph, output, body) for output in graph.outputs]
     reduced = [graph.nodes[o.node].reduced for o in graph.outputs]
     finishes, partials, roots, zero = [], [], [], _zero_below(graph)
-    vectors = [i for i, o in enumerate(graph.outputs) if o.name in graph.vectors()]
+    names = graph.vectors()
+    vectors = [i for i, o in enumerate(graph.outputs) if o.name in names]
     past_k = _zero_past_k(graph)
     for indices in ("n", "m", ""):
         chosen = [i for i, s in enumerate(stores) if reduced[i] and s.indices == indices and i not in vectors]

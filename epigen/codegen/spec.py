@@ -557,8 +557,10 @@ class KernelSpec:
     @property
     def all_inputs(self) -> tuple[Input, ...]:
         """Inputs of the main and the finishing kernels, each once."""
-        of_operands = [*(i for o in self.of_operands for i in o.inputs), *([self.second] if self.second else []), *([ENDS] if self.signature.grouped else [])]
-        return tuple(dict.fromkeys([*of_operands, *self.inputs, *(i for f in self.finishes for i in f.all_inputs)]))
+        of_operands = [i for o in self.operands for i in o.inputs] + [i for r in self.carried for i in r.inputs]
+        of_operands += ([self.second] if self.second else []) + ([ENDS] if self.signature.grouped else [])
+        over_k = [s.over_k for f in self.finishes for s in f.sources if s.over_k]
+        return tuple(dict.fromkeys([*of_operands, *self.inputs, *(i for r in over_k for i in r.inputs), *(i for f in self.finishes for i in f.inputs)]))
 
 
 @dataclass(frozen=True, slots=True)

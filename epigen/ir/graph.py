@@ -6,6 +6,7 @@ for spacing, unused structure and the order of assignments) give equal graphs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -148,9 +149,11 @@ class Graph:
 
     def carried(self) -> tuple[int, ...]:
         """The reductions over k that tiles are computed of: a kernel's loop over k carries them along."""
+        over_k = {number for number, node in enumerate(self.nodes) if node.op == REDUCE and node.axes == "k"}
+        if not over_k:
+            return ()
         roots = [o.node for o in self.outputs if self.nodes[o.node].indices == "mn"] + [n.args[0] for n in self.nodes if n.op == REDUCE and n.axes != "k"]
-        found = set[int]().union(*map(self.reductions, roots))
-        return tuple(sorted(number for number in found if self.nodes[number].axes == "k"))
+        return tuple(sorted(over_k.intersection(itertools.chain.from_iterable(map(self.reductions, roots)))))
 
     def row_values(self) -> tuple[int, ...]:
         """The values of rows, and of columns, that are computed of such reductions alone, and that tiles or outputs are computed of directly."""
@@ -165,6 +168,8 @@ class Graph:
     def vectors(self) -> tuple[str, ...]:
         """Names of the outputs [m] and [n] that are computed of reductions which are carried along, and so are there with the tiles."""
         carried = set(self.carried())
+        if not carried:
+            return ()
         vectors = [o for o in self.outputs if self.nodes[o.node].indices in ("m", "n")]
         return tuple(o.name for o in vectors if (reductions := self.reductions(o.node)) and reductions <= carried)
 

@@ -360,7 +360,7 @@ class _Timing(Work):
         copies = (a_bytes / self.copy_bytes[0] + b_bytes / self.copy_bytes[1]) / (32 * warps)
         issue, multiply = copies * self.c.copy_clocks / self.clock_us, self._multiply_us(block_m, right, block_k, warps)
         issue += self._computed_us(config, blocks)
-        if self.spec.computed and self.wgmma(block_m, warps):  # which waits for what is computed to be in shared memory, and that for its buffer
+        if self.computes and self.wgmma(block_m, warps):  # which waits for what is computed to be in shared memory, and that for its buffer
             multiply = max(multiply, products)
         if config["num_stages"] == 1:  # load, wait, multiply
             return self.c.block_us, steps * spill * (latency + max(issue, blocks * feed) + max(multiply, blocks * products, blocks * shared))

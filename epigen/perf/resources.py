@@ -85,6 +85,7 @@ class Work:
             + sum(16.0 if p.row == "logsumexp" else 4.0 for p in spec.partials)
         )
         self.computed = {o.name: sum(_operations(line.op) for line in o.lines) + 2.0 for o in spec.computed}
+        self.computes = bool(self.computed)
         for reduction in spec.carried:  # its elements are computed, widened and added up
             operations = sum(_operations(line.op) for line in reduction.lines) + 2.0
             self.computed[reduction.operand] = self.computed.get(reduction.operand, 0.0) + operations

@@ -111,7 +111,7 @@ def test_batches_of_ever_new_sizes_need_few_kernels(gpu: FakeGpu, through_triton
     for m in sizes:
         kernel(held[:m], b, bias=bias)
     assert through_triton.count == before and gpu.library.fake_launches() == launches + len(sizes)
-    assert max(calls(lambda: kernel(held[:m], b, bias=bias)) for m in range(2050, 3000, 7)) < 1000  # noqa: B023  # called at once
+    assert max(calls(lambda: kernel(held[:m], b, bias=bias)) for m in range(2050, 3000, 7)) < 1050  # noqa: B023  # called at once
 
 
 def test_prepared_calls_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
