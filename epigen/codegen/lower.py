@@ -104,9 +104,9 @@ def as_computed(graph: Graph, signature: Signature) -> Graph:
 
 
 def signature_of_contiguous(
-    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: Shape, layout: str, precision: str
+    graph: Graph, a: DType, b: DType, inputs: tuple[tuple[str, DType | None], ...], shape: Shape, layout: str, precision: str, groups: str = ""
 ) -> Signature:
-    """The signature of a call whose tensors lie in memory without gaps. layout: how a and b lie.
+    """The signature of a call whose tensors lie in memory without gaps. layout: how a and b lie. groups: the index along which several products are groups.
 
     Of several products vectors are the same for all, and each has operands, tiles and masks of its own.
     """
@@ -130,7 +130,7 @@ def signature_of_contiguous(
     batched = len(shape) == 4
     held = contiguous(one, layout, graph.tiles(), beside, graph.packed_along())
     divisors = factors(one, held, _apart(graph, one) if batched else {})
-    return Signature(a, b, inputs, precision, k_multiple(k), bits, layout, tma, divisors, batched=batched)
+    return Signature(a, b, inputs, precision, 1 if groups == "k" else k_multiple(k), bits, layout, tma, divisors, batched=batched, grouped=groups)
 
 
 def _apart(graph: Graph, shape: tuple[int, int, int]) -> dict[str, int]:

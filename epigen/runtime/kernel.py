@@ -583,7 +583,7 @@ class Kernel:
         backend = self._backend or ("reference" if first.device.type == "cpu" else "triton")
         tileless = 0 in (m, n) and bool(self._graph.vectors())  # what tiles store of reductions over k
         if backend == "reference" or (target is None and (first.is_meta or tileless)):
-            signature = replace(self._signature_like(shape, operands, inputs), grouped=batch.groups if batch else "")
+            signature = self._signature_like(shape, operands, inputs, batch.groups if batch else "")
             return Prepared(self._graph, all_outputs, (m, n, k), first.device, signature=signature, batch=batch)
         if first.dtype == torch.float64:
             raise CallError(f"{what} is float64, which only the reference on the CPU computes in: no kernel does")
@@ -632,11 +632,11 @@ class Kernel:
             invariant=self.numerics.invariant, rounding=self.numerics.rounding, interpreted=interpreted, grouped=grouped,
         )  # fmt: skip
 
-    def _signature_like(self, shape: Shape, operands: Operands, inputs: Mapping[str, Any]) -> Signature:
-        """That of a call of the same dtypes whose tensors lie without gaps."""
+    def _signature_like(self, shape: Shape, operands: Operands, inputs: Mapping[str, Any], groups: str = "") -> Signature:
+        """That of a call of the same dtypes whose tensors lie without gaps. groups: the index along which its products are such."""
         a, b = (BY_TORCH_ON_CPU[str(t.dtype)] for t in operands or (inputs[PRODUCT],) * 2)
         lies = "".join(map(arguments.layout, operands)) or "nn"
-        return self._with_numerics(signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now(a)))
+        return self._with_numerics(signature_of_contiguous(self._graph, a, b, self._dtypes(inputs), shape, lies, self._precision_now(a), groups))
 
     def _dtypes(self, inputs: Mapping[str, Any]) -> tuple[tuple[str, DType | None], ...]:
         """Of each input; None for a number."""

@@ -37,8 +37,9 @@ class Sample:
         """What calls it with these, of groups with all that they have one behind another."""
         a, b, inputs = self.a, self.b, dict(self.inputs)
         if self.groups:
-            count, extent = self.a.shape[0], self.a.shape["mk".index(self.groups) + 1]
-            a, b = _one_behind_another(a, "mk".index(self.groups)), b if self.groups == "m" else _one_behind_another(b, 0)
+            count, along = a.shape[0], "mk".index(self.groups)
+            extent = a.shape[1 + along]
+            a, b = _one_behind_another(a, along), b if self.groups == "m" else _one_behind_another(b, 0)
             for node in kernel.graph.inputs():
                 value, indices = inputs[node.name], node.indices
                 if isinstance(value, Tensor) and self.groups in indices and self.groups not in g.shared_along(node):

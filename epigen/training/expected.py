@@ -136,8 +136,7 @@ def planned(call: ProgramCall, target: Target, precision: str) -> Plan:
 
 def _signature(kernel: Kernel, call: ProgramCall, precision: str) -> Signature:
     inputs = (*call.inputs, (GROUPS, INT32)) if call.groups else call.inputs
-    signature = signature_of_contiguous(kernel.graph, call.dtype, call.dtype, inputs, call.shape, call.layout, precision)
-    return replace(signature, grouped=call.groups, k_multiple=1 if call.groups == "k" else signature.k_multiple)
+    return signature_of_contiguous(kernel.graph, call.dtype, call.dtype, inputs, call.shape, call.layout, precision, call.groups)
 
 
 def moved_us(sizes: Sequence[int], gpu: Gpu) -> float:

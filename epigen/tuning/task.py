@@ -69,7 +69,7 @@ class Task(Request):
         """Raises CallError where the dtypes and the program do not fit together, where all M have one config, where the program has no groups, and where an operand cannot be sparse; ValueError
         where there are not as many dtypes as inputs."""
         named = tuple(self.input_dtypes().items())
-        signature = signature_of_contiguous(self.graph, self.a, self.b, named, self.shape, self.layout, self.precision)
+        signature = signature_of_contiguous(self.graph, self.a, self.b, named, self.shape, self.layout, self.precision, self.groups)
         if self.groups:
             check_grouped(self.graph, self.groups, bool(self.invariant))
             if len(self.shape) != 4:
@@ -78,7 +78,6 @@ class Task(Request):
                 raise CallError(
                     f"input '{begun}' has one value for several of {self.groups}, all groups' counted on: no sample is made of such, and none is tuned"
                 )
-            signature = replace(signature, grouped=self.groups, k_multiple=1 if self.groups == "k" else signature.k_multiple)
         spec = lower(self.graph, replace(signature, invariant=bool(self.invariant), sparse=self.sparse))
         if self.sparse:
             sparse.check(self.graph, spec.signature, self.shape)
